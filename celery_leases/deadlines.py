@@ -28,6 +28,11 @@ def hard_deadline(sent: float, ttl: float) -> float:
     return sent + ttl - (ttl * RATE_MARGIN + FIXED_MARGIN)
 
 
+def ttl_until(hard: float, now: float) -> float:
+    """The ttl to request at *now* so that the lease counts until *hard*."""
+    return (hard - now + FIXED_MARGIN) / (1 - RATE_MARGIN)
+
+
 def stop_deadline(hard: float, ttl: float) -> float:
     """When the body must stop, so that it has ended by *hard*: a sixth of the ttl earlier, at most
     5 s.

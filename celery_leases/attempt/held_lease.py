@@ -327,6 +327,13 @@ class HeldLease:
         """The ttl to request, in seconds; 0: check the lease without renewing it."""
         return self.call.options.ttl if self.renewable(now) or self.needs_row_lock(now) else 0.0
 
+    def lasts(self, now: float) -> float:
+        """The seconds for which the store must keep the lease from *now*: its ttl, or what is left
+        of an extension.
+        """
+        left = deadlines.ttl_until(self.hard_deadline, now)
+        return max(self.call.options.ttl, left)
+
     def overdue(self, now: float) -> str | None:
         """The reason why the lease counts no longer by the clock; ``None`` if it counts."""
         if now < self.stop_deadline:

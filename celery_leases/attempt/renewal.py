@@ -296,7 +296,7 @@ class Renewer:
         if not held_lease.held or held_lease.call.token not in self._held_leases:
             held_lease.due = deadlines.renewal_retry(self._clock.now(), held_lease.call.options.ttl)
             return
-        if not stores.leases.reassert(held_lease.call):
+        if not stores.leases.reassert(held_lease.call, held_lease.lasts(self._clock.now())):
             self._held_by_other(held_lease, stores)
             return
         held_lease.unverified = True

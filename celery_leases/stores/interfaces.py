@@ -90,8 +90,10 @@ class LeaseStore(ABC):
         """
         return False
 
-    def reassert(self, call: Call) -> bool:
-        """Write again a lease that the store has lost, unless another attempt holds the key."""
+    def reassert(self, call: Call, ttl: float) -> bool:
+        """Write again a lease that the store has lost, for *ttl* seconds, unless another attempt
+        holds the key.
+        """
         return False
 
     def cool(self, stored_key: str, token: str, seconds: float) -> bool:

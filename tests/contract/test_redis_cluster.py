@@ -285,7 +285,7 @@ def test_a_node_that_restarts_empty_is_seen(cluster: RedisCluster, store: RedisL
     assert store.release(newcomer.key.stored, newcomer.token)
     answers = dict(zip(calls, store.renew([renewal(call) for call in calls.values()]), strict=True))
     assert [node for node, answer in answers.items() if answer is RenewalResult.MISSING] == [gone]
-    assert store.reassert(calls[gone])
+    assert store.reassert(calls[gone], calls[gone].options.ttl)
     held = {call.key.stored for call in calls.values()}
     assert store.held([*held, newcomer.key.stored]) == held
 

@@ -115,7 +115,7 @@ def test_a_foreign_value(store: RedisLeaseStore, key: str, value: bytes | dict[s
     assert repr(lease) in str(caught.value)
     assert caught.value.executed is False
     assert store.renew([Renewal(key, call.token, 90)]) == [RenewalResult.OTHER]
-    assert not store.reassert(call)
+    assert not store.reassert(call, call.options.ttl)
     assert not store.release(key, call.token)
     holder = store.holder(key)
     assert holder is not None
@@ -168,7 +168,7 @@ def test_our_own_lease_without_an_end_gets_one(store: RedisLeaseStore, key: str)
     assert store.acquire(call) == Acquired()
     repairs: tuple[Callable[[], bool], ...] = (
         lambda: store.renew([Renewal(key, call.token, 15.0)]) == [RenewalResult.OURS],
-        lambda: store.reassert(call),
+        lambda: store.reassert(call, call.options.ttl),
         lambda: store.acquire(call) == Acquired(),
     )
     for repair in repairs:
@@ -226,7 +226,7 @@ def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
     assert store.renew(renewals) == [RenewalResult.OURS] * 50
     steps: tuple[Callable[[], bool], ...] = (
         lambda: store.acquire(calls[0]) == Acquired(),
-        lambda: store.reassert(calls[1]),
+        lambda: store.reassert(calls[1], calls[1].options.ttl),
         lambda: store.release(calls[2].key.stored, calls[2].token),
         lambda: store.swap_mark(calls[3].key.stored, "m", None, "x", 5),
         lambda: store.renew(renewals[3:]) == [RenewalResult.OURS] * 47,

@@ -50,7 +50,7 @@ def steps(store: RedisLeaseStore, key: str = "") -> dict[str, Callable[[], Any]]
         "acquire": lambda: store.acquire(call),
         "age": lambda: store.age(call.key.stored),
         "renew": lambda: store.renew([Renewal(call.key.stored, call.token, 15.0)]),
-        "reassert": lambda: store.reassert(call),
+        "reassert": lambda: store.reassert(call, call.options.ttl),
         "holder": lambda: store.holder(call.key.stored),
         "held": lambda: store.held([call.key.stored]),
         "swap_mark": lambda: store.swap_mark(call.key.stored, "m", None, "x", 5.0),
@@ -172,7 +172,7 @@ def test_a_restarted_server_counts_as_new(server: RedisServer, store: RedisLease
     assert store.acquire(newcomer) == Acquired()
     assert store.age(call.key.stored) < 0.5
     assert store.release(call.key.stored, newcomer.token)
-    assert store.reassert(call)
+    assert store.reassert(call, call.options.ttl)
     holder = store.holder(call.key.stored)
     assert holder is not None
     assert holder.token == call.token

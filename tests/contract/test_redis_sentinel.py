@@ -109,7 +109,7 @@ def test_a_lease_left_behind_is_missing(sentinels: RedisSentinels, store: RedisL
     assert store.acquire(newcomer) == Acquired()
     assert store.age(call.key.stored) < 0.5
     assert store.release(call.key.stored, newcomer.token)
-    assert store.reassert(call)
+    assert store.reassert(call, call.options.ttl)
     assert held(store.acquire(make_call(call.key.stored)))
 
 

@@ -130,12 +130,12 @@ class ToyLeaseStore(MarkedLeaseStore):
             self.groups.note(group, with_slot(slots, renewal.token, renewal.ttl, limit, now))
         return RenewalResult.OURS
 
-    def reassert(self, call: Call) -> bool:
+    def reassert(self, call: Call, ttl: float) -> bool:
         """Set the lease again, unless another owner has the key or it is cooling."""
         with self._memory.lock:
             found = self._found(call.key.stored)
             if found is None:
-                until = self._memory.now() + call.options.ttl
+                until = self._memory.now() + ttl
                 lease = Lease(call.token, call, until)
                 self._memory.leases[call.key.stored] = lease
                 return True

@@ -481,21 +481,15 @@ def _lease_lost_before_claim(history: History, body: Body) -> bool:
 
 def lease_is_believed_too_long(history: History) -> Iterator[Violation]:
     """No process counts on a lease for longer than the store does, unless that has lost a renewal
-    before its reply came; while a transaction of the body locks the row, the lock is the lease. A
-    store that loses its data also forgets that a lease was made longer.
+    before its reply came; while a transaction of the body locks the row, the lock is the lease.
     """
     locks: set[str] = set()
-    longer: set[str] = set()
     emptied = -math.inf
-    for note in history.of("holds", "locks", "extends", "clock", "emptied", "evicted"):
+    for note in history.of("holds", "locks", "clock", "emptied"):
         if note.what == "clock":
             return
-        if note.what in ("emptied", "evicted"):
-            emptied = note.at if note.what == "emptied" else emptied
-            locks |= longer
-            continue
-        if note.what == "extends":
-            longer.add(note.details["token"])
+        if note.what == "emptied":
+            emptied = note.at
         elif note.what == "locks":
             locks.add(note.details["token"])
         elif note.details["token"] in locks or note.at < emptied + SLACK:
@@ -963,6 +957,7 @@ def what_a_copy_names_is_no_crash(history: History) -> Iterator[Violation]:
     """
     left: dict[str, Left] = {}
     waiting: Counter[str] = Counter()
+    seen: set[tuple[str, str]] = set()
     for note in history.of("row", "body", "delivers", "tries", "killed", *RESCHEDULED):
         given, call = note.details, note.details.get("call") or note.details.get("call_id", "")
         if note.what == "body":
@@ -974,7 +969,8 @@ def what_a_copy_names_is_no_crash(history: History) -> Iterator[Violation]:
             waiting[call] += 1
             if (its := left.get(call)) is not None:
                 its.delivered += 1
-                its.sure &= not given["again"]
+                its.sure &= not given["again"] and (call, given["copy"]) not in seen
+            seen.add((call, given["copy"]))
         elif note.what == "tries":
             waiting[call] -= 1
         elif note.what in RESCHEDULED:
@@ -2232,7 +2228,7 @@ def bursts_cost_few_runs(history: History) -> Iterator[Violation]:
     """
     called: dict[str, Note] = {}
     keys: defaultdict[str, Latest] = defaultdict(Latest)
-    tries: defaultdict[str, list[float]] = defaultdict(list)
+    tries: defaultdict[str, list[tuple[float, str]]] = defaultdict(list)
     claims: dict[str, Ordered | None] = {}
     ended = {note.details["call"] for note in history.of(*ENDED_BY_CELERY)}
     for note in history.of("calls", "ordered", "tries", "row", "body", "emptied", "clock"):
@@ -2253,12 +2249,14 @@ def bursts_cost_few_runs(history: History) -> Iterator[Violation]:
                 keys[made.details["key"]].others.pop(given["call"], None)
                 keys[made.details["key"]].calls.setdefault(given["call"], found)
             case "tries":
-                tries[given["call"]].append(note.at)
+                tries[given["call"]].append((note.at, given["process"]))
             case "row":
                 old, new, latest = given["old"], given["new"], keys[given["key"]]
                 latest.changed(old, new, note.at)
                 if _ran(new) and (old is None or old.owner != new.owner):
-                    tried = tries[new.call] or [note.at]
+                    own = (at for at, process in tries[new.call] if process == given["by"])
+                    last = max(own, default=note.at)
+                    tried = [at for at, _ in tries[new.call] if at <= last] or [note.at]
                     claims[new.owner] = latest.claimed(new.call, tried, note.at, new.task)
             case "body":
                 if (newer := claims.get(given["token"])) is not None:

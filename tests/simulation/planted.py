@@ -955,6 +955,12 @@ BUGS = (
         "failure_fence=header.failure_fence",
     ),
     Bug(
+        "a lost lease is written again for its ttl, although it was extended",
+        RENEWAL,
+        "held_lease.lasts(self._clock.now())",
+        "held_lease.call.options.ttl",
+    ),
+    Bug(
         "a fence is the time of the database",
         CLAIM,
         '"fence": max(row.fence + 1, now),',

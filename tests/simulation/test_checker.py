@@ -289,12 +289,18 @@ def other_arguments(wait: float, **changes: Any) -> Story:
 def copied(*, again: bool = False, **changes: Any) -> Story:
     """The row of an attempt stays open, and the copy of its message takes it over."""
     given = {"call": "c1", "begun": True, "prior": ()}
-    made = Story().note("delivers", **given, copy="", again=False).note("tries", call="c1")
+    made = (
+        Story()
+        .note("delivers", **given, copy="", again=False)
+        .note("tries", call="c1", process="w0/c1")
+    )
     rescheduled = {"task": "once", "key": "k", "call_id": "c1", "reason": "no answer", "delay": 1.0}
     made.call().claim("a-a").note(
         "event CallRescheduled", **rescheduled, confirmed=True, by="w0/c1"
     )
-    made.note("delivers", **given, copy="1 b", again=again).note("tries", call="c1")
+    made.note("delivers", **given, copy="1 b", again=again).note(
+        "tries", call="c1", process="w0/c1"
+    )
     return made.claim("b-b", 2, **changes).body("b-b", 2).ends("b-b").done()
 
 
@@ -337,7 +343,7 @@ def two_wait(*calls: str, after: float, happens: str = "", tried: bool = True) -
         made.note("calls", key=KEY, call=call).note("ordered", call=call, order=number)
         made.call(call, task="latest")
         if tried or number == 1:
-            made.note("tries", call=call)
+            made.note("tries", call=call, process="w0/c1")
         if number == 1:
             made.claim(call=call).body(call=call)
     made.wait(20).ends()
@@ -348,7 +354,9 @@ def two_wait(*calls: str, after: float, happens: str = "", tried: bool = True) -
     if happens and happens != "released":
         made.note(happens, key="latest k", process="w0/c1", pid=10, call="call-3").wait(-1)
     for number, call in enumerate(calls, 2):
-        made.wait(after - 3).note("tries", call=call).claim(f"b{number}", number, call)
+        made.wait(after - 3).note("tries", call=call, process="w0/c1").claim(
+            f"b{number}", number, call
+        )
         made.body(f"b{number}", number, call=call).ends(f"b{number}").done()
         after = 3.0
     made.values = {f"call-{number}": f"[{number}, 1]" for number in (1, 2, 3)}
@@ -365,9 +373,11 @@ def fast_calls(seconds: int, last: float = 0.0, task: str = "latest") -> Story:
     for place, call in enumerate(calls, 1):
         made.wait(-2.5).note("calls", key=KEY, call=call).note("ordered", call=call, order=place)
         made.call(call, task=task)
-    made.wait(last - 1).note("tries", call=calls[-2]).wait(-1).claim(call=calls[-2])
+    made.wait(last - 1).note("tries", call=calls[-2], process="w0/c1").wait(-1).claim(
+        call=calls[-2]
+    )
     made.body(call=calls[-2]).ends().done()
-    made.wait(20).note("tries", call=calls[-1]).claim("b", 2, calls[-1])
+    made.wait(20).note("tries", call=calls[-1], process="w0/c1").claim("b", 2, calls[-1])
     made.body("b", 2, call=calls[-1]).ends("b").done()
     made.values = {
         call: f"[{min(place, 2 * seconds - 1)}, 1]" for place, call in enumerate(calls, 1)
@@ -387,7 +397,7 @@ def waits_for_newer(
     for place, pause in enumerate(pauses, 1):
         comes_again = again and place == len(pauses)
         made.note("delivers", call="c1", copy="", again=comes_again, begun=False)
-        made.wait(pause - 1).note("tries", call="c1")
+        made.wait(pause - 1).note("tries", call="c1", process="w0/c1")
         why = reason if place == len(pauses) - 1 else "a newer call of the key runs instead"
         given = {"task": "latest", "key": "k", "call_id": "c1", "reason": why}
         made.note("event CallRescheduled", **given, delay=1.0)

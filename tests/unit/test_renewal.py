@@ -59,13 +59,16 @@ class FakeLeases:
     renewed: list[Renewal] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     reasserted: list[str] = field(default_factory=list)
+    #: For how long the latest lost lease was written again.
+    lasts: float = 0.0
 
     def renew(self, renewals: Sequence[Renewal]) -> list[RenewalResult | StoreUnavailable]:
         self.renewed += renewals
         return [self.answer(renewal) for renewal in renewals]
 
-    def reassert(self, call: Call) -> bool:
+    def reassert(self, call: Call, ttl: float) -> bool:
         self.reasserted.append(call.token)
+        self.lasts = ttl
         return self.reasserts
 
     def release(self, stored_key: str, token: str) -> bool:
@@ -321,7 +324,7 @@ def test_one_lease_that_fails_does_not_fail_the_others(bench: Bench) -> None:
     }
     bench.leases.answer = lambda renewal: answers.get(renewal.token, RenewalResult.OURS)
 
-    def refuse(call: Call) -> bool:
+    def refuse(call: Call, ttl: float) -> bool:
         raise StoreUnavailable("cannot be asserted", None)
 
     bench.leases.reassert = refuse  # type: ignore[method-assign]
@@ -495,6 +498,20 @@ def test_a_missing_lease_is_asserted_again_and_compared_with_the_record(bench: B
     assert held_lease.hard_deadline == pytest.approx(1002 + HARD)
     assert [event.reasserted for event in bench.seen.of(LeaseRenewed)] == [True]
     assert not bench.leases.released
+
+
+@pytest.mark.parametrize(("extension", "lasts"), [(0.0, TTL), (60.0, 58.0)])
+def test_a_missing_lease_is_written_again_until_its_holder_stops(
+    bench: Bench, extension: float, lasts: float
+) -> None:
+    """Not only for its ttl, if the body has extended it."""
+    held_lease = bench.held_lease()
+    held_lease.extended(1000.0, extension)
+    bench.leases.answer = lambda _: RenewalResult.MISSING
+    bench.clock.time = 1002.0
+    bench.renew(held_lease)
+    assert bench.leases.lasts == pytest.approx(lasts, rel=0.01)
+    assert bench.clock.time + bench.leases.lasts >= held_lease.hard_deadline
 
 
 @pytest.mark.parametrize(

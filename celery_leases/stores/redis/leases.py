@@ -336,7 +336,7 @@ class RedisLeaseStore(MarkedLeaseStore):
         key, ttl = self._keys.slots(group), milliseconds(renewal.ttl)
         return cooldown_group_scripts.RENEW_SLOT, key, renewal.token, ttl, limit
 
-    def reassert(self, call: Call) -> bool:
+    def reassert(self, call: Call, ttl: float) -> bool:
         """Write a lease again that the server has lost, unless another attempt holds the key
         now.
         """
@@ -347,7 +347,7 @@ class RedisLeaseStore(MarkedLeaseStore):
                 key,
                 token_prefix(call.token),
                 value_of(call),
-                milliseconds(call.options.ttl),
+                milliseconds(ttl),
             )
         )
 

@@ -41,8 +41,8 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
     def test_a_lost_lease_is_written_again(self, store: LeaseStore, key: str) -> None:
         """It is exclusive as before, and writing it twice is harmless."""
         call = make_call(key, ttl=self.ttl)
-        assert store.reassert(call)
-        assert store.reassert(call)
+        assert store.reassert(call, self.ttl)
+        assert store.reassert(call, self.ttl)
         assert held(store.acquire(make_call(key, ttl=self.ttl)))
         holder = store.holder(key)
         assert holder is not None
@@ -52,11 +52,20 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
             call.host,
         )
 
+    def test_a_lost_lease_is_written_again_for_as_long_as_asked(
+        self, store: LeaseStore, key: str
+    ) -> None:
+        """Its holder has extended it."""
+        assert store.reassert(make_call(key, ttl=self.ttl), 60 * self.ttl)
+        holder = store.holder(key)
+        assert holder is not None
+        assert holder.remaining > 50 * self.ttl
+
     def test_writing_again_never_shortens_a_longer_lease(self, store: LeaseStore, key: str) -> None:
         """Nor does it change a lease that was not lost."""
         call = make_call(key, ttl=60 * self.ttl)
         assert acquired(store.acquire(call))
-        assert store.reassert(make_call(key, call.token, ttl=self.short))
+        assert store.reassert(call, self.short)
         holder = store.holder(key)
         assert holder is not None
         assert holder.remaining > 50 * self.ttl
@@ -65,7 +74,7 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
         """An attempt that has taken the key meanwhile keeps it."""
         successor = make_call(key, ttl=self.ttl)
         assert acquired(store.acquire(successor))
-        assert not store.reassert(make_call(key, ttl=self.ttl))
+        assert not store.reassert(make_call(key, ttl=self.ttl), self.ttl)
         holder = store.holder(key)
         assert holder is not None
         assert holder.token == successor.token
@@ -115,7 +124,7 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
         assert acquired(store.acquire(call))
         assert store.cool(key, call.token, 4 * self.ttl)
         assert store.renew([Renewal(key, call.token, 9 * self.ttl)]) == [RenewalResult.OTHER]
-        assert not store.reassert(call)
+        assert not store.reassert(call, self.ttl)
         assert not store.release(key, call.token)
         assert store.cool(key, call.token, 9 * self.ttl)
         answer = store.acquire(call)
