@@ -272,9 +272,13 @@ class GroupWaiters(KeyWaiters):
         pause = MIN_LOOKUP_INTERVAL * 2.0 ** min(self.rescheduled_in_a_row, 3)
         self.next_lookup = min(max(self.next_lookup, now), now + pause)
 
-    def looked_up(self, found: Room, now: float) -> None:
-        """Note the room of the group. Half of it is left to other workers, which see it too."""
-        self._ahead = found.now - now * 1000
+    def looked_up(self, found: Room, now: float, took: float = 0.0) -> None:
+        """Note the room of the group. Half of it is left to other workers, which see it too.
+
+        An answer that *took* more than a second does not say what the time of the store is now.
+        """
+        if took <= 1.0:
+            self._ahead = found.now - now * 1000
         while self._begun_at and now - self._begun_at[0] > ON_THE_WAY:
             self._begun_at.popleft()
         self.room = max(0, (found.places + 1) // 2 - len(self._begun_at))
@@ -332,7 +336,8 @@ class WaitingCalls:
         self._tasks: set[str] = set()
         self._lock = threading.RLock()
         self._lookup_results: deque[tuple[Sequence[str], set[str]]] = deque()
-        self._rooms: deque[Mapping[str, Room]] = deque()
+        #: With the time at which each was asked for.
+        self._rooms: deque[tuple[float, Mapping[str, Room]]] = deque()
         self._lookup_pending = False
         self._due = 0.0
         self._tick_number = 0
@@ -637,7 +642,8 @@ class WaitingCalls:
                 self._lookup_results.append((some, leases.held(some)))
             if asks:
                 names = {name.removeprefix(GROUP_KEY): ask for name, ask in asks.items()}
-                self._rooms.append(leases.groups.room(names))
+                sent = os_threads.boot_clock()
+                self._rooms.append((sent, leases.groups.room(names)))
         except LeasesError as error:
             logger.debug("cannot read which keys are held: %s", error)
         except Exception:  # noqa: BLE001 - the calls begin when their countdown ends
@@ -665,10 +671,11 @@ class WaitingCalls:
                     elif not waiters.begun:
                         waiters.seen_free(now)
             while self._rooms:
-                for name, room in self._rooms.popleft().items():
+                sent, rooms = self._rooms.popleft()
+                for name, room in rooms.items():
                     in_group = self.by_key.get(_group_key(name))
                     if isinstance(in_group, GroupWaiters):
-                        in_group.looked_up(room, now)
+                        in_group.looked_up(room, now, now - sent)
             for waiters in self.by_key.values():
                 while (request := waiters.next_to_begin()) is not None:
                     begun.append(request)

@@ -70,6 +70,8 @@ from tests.simulation.work import (
 )
 
 CRASHES = Failures().crashes
+QUIET_FOR = Failures(cooldown=COOLDOWN).cooldown.quiet
+"""Seconds after which the counts of a key's failures begin anew."""
 COOLDOWNS = {
     "rejects": (CLOSED_FOR, LONGEST_CLOSED),
     "error": (COOLDOWN, 6 * 3600.0),
@@ -342,6 +344,8 @@ def records_last(history: History) -> Iterator[Violation]:
                 yield Violation("a record lasts", note, f"it was deleted: {old}")
         elif _ran(old) and not _ran(new) and new.ended != Ended.RELEASED:
             least = RETENTION if _is_brief(new.key) else LeaseOptions.retention
+            if new.state in (State.PENDING, State.COOLING):
+                least = max(least, QUIET_FOR)
             if new.expires_at < max(note.at, new.retry_at) + least * 0.99 - 0.01:
                 yield Violation("a record lasts", note, f"until {new.expires_at:.3f}")
 
@@ -798,6 +802,19 @@ def what_is_reported_does_not_run(history: History) -> Iterator[Violation]:
             if waits and row.ended == Ended.FAILED:
                 reported[row.key] = row.call
                 again.discard(row.call)
+
+
+def what_may_have_been_done_is_not_repeated(history: History) -> Iterator[Violation]:
+    """After a failure that does not show what its body has done, the call does not run again by
+    itself.
+    """
+    ambiguous = _tokens(history, "timeout")
+    for note in history.of("row"):
+        old, new = note.details["old"], note.details["new"]
+        if not _ran(old) or new is None or new.owner not in ambiguous:
+            continue
+        if new.ended == Ended.FAILED and new.resumes:
+            yield Violation("what may have been done is not repeated", note, "the call resumes")
 
 
 @of_each_generation
@@ -2519,6 +2536,7 @@ CHECKS: tuple[Check, ...] = (
     retries_are_not_repeated,
     what_has_failed_does_not_run,
     what_is_reported_does_not_run,
+    what_may_have_been_done_is_not_repeated,
     without_faults_nothing_runs_twice,
     without_faults_no_lease_is_lost,
     body_begins_under_its_lease,

@@ -961,6 +961,24 @@ BUGS = (
         "held_lease.call.options.ttl",
     ),
     Bug(
+        "what may have been done runs again by itself",
+        "celery_leases.decide.after_failure",
+        "    if action.ambiguous and not options.failures.idempotent:\n        return False\n",
+        "",
+    ),
+    Bug(
+        "a record with failures expires before their counts begin anew",
+        AFTER_RUN,
+        "retention = max(call.options.retention, call.options.failures.cooldown.quiet)",
+        "retention = call.options.retention",
+    ),
+    Bug(
+        "the time of a group's store is that of an answer that was read late",
+        "celery_leases.worker.waiting_calls",
+        "if took <= 1.0:",
+        "if took <= math.inf:",
+    ),
+    Bug(
         "a fence is the time of the database",
         CLAIM,
         '"fence": max(row.fence + 1, now),',

@@ -2026,6 +2026,10 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
         lambda: called().crashes(1).crashes(2).claim("c", 3).body("c", 3).ends("c", "snooze")
         .write(state="pending", ended="snoozed").crashes(4).wait(9).run("b", 5),
     ),
+    "a call that runs again although its work may have been done": (
+        "what may have been done is not repeated", 5,
+        lambda: called().claim().body().ends(ending="timeout").cools(60, resumes=True),
+    ),
     "a fence that falls because the clock of the database steps": (
         "fences grow", 7,
         lambda: called().run("a", 9).note("database clock", by=-20.0).claim("b", 2),

@@ -107,6 +107,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "later": lambda: RetryLater(2.0, "simulated"),
     "snooze": lambda: Snooze(2.0),
     "error": lambda: ZeroDivisionError("simulated"),
+    "timeout": lambda: TimeoutError("simulated"),
     "permanent": lambda: TypeError("simulated"),
     "ignore": lambda: Ignore("simulated"),
     "reject": lambda: Reject("simulated"),

@@ -88,6 +88,8 @@ PREFORK_TASKS = ("killed", "timed")
 """Tasks that other pools do not support."""
 ENDINGS = ("retry", "cooldown", "error", "dies", "stalls", "self.retry", "closes")
 """How most bodies of a run end, if it has such a habit."""
+AMBIGUOUS = "timeout"
+"""How most bodies of some other runs end: the work may have been done all the same."""
 HABITS = (*ENDINGS, "extends", "loops")
 """What most bodies of a run do, if it has a habit."""
 REJECTIONS = (*("rejects",) * 4, "closes", "snooze", "self.retry", "retry")
@@ -231,6 +233,11 @@ class Shape:
         if random.random() < (0.2 if in_groups else 0.04):
             self.habit = "rejects"
 
+    def draw_ambiguous(self, random: Random) -> None:
+        """Let most bodies of some runs fail in a way that does not show what they have done."""
+        if random.random() < 0.03:
+            self.habit = AMBIGUOUS
+
     def draw_ends(self, random: Random) -> None:
         """Let most bodies of some runs end as only Celery ends a call."""
         if random.random() < 0.04:
@@ -360,6 +367,7 @@ class World:
             self.shape.draw_compared(Random(f"compared {self.seed}"))
             self.shape.draw_seldom(Random(f"seldom {self.seed}"))
             self.shape.draw_rejections(Random(f"rejections of {self.seed}"))
+            self.shape.draw_ambiguous(Random(f"ambiguous {self.seed}"))
             self.shape.draw_ends(Random(f"ends of {self.seed}"))
             self.shape.draw_kinds(Random(f"kinds of {self.seed}"), self.accidents)
             self.shape.draw_debounced(Random(f"debounced {self.seed}"))
@@ -662,7 +670,7 @@ class World:
         plan = Plan(list(lengths), ending, random.random() < 0.7)
         if self.shape.habit and self.scheduler.now < self.shape.span and random.random() < 0.85:
             plan.habit = self.shape.habit
-            if plan.habit in ENDINGS:
+            if plan.habit in (*ENDINGS, AMBIGUOUS):
                 plan.ending = plan.habit
             elif plan.habit == "rejects":
                 plan.ending = random.choice(REJECTIONS)

@@ -279,6 +279,15 @@ def test_half_of_the_room_is_left_to_other_workers() -> None:
     assert len(begun(here)) == 3
 
 
+def test_an_answer_that_took_long_does_not_say_what_time_it_is() -> None:
+    """The worker stood still before it read the answer."""
+    here = group_of(1.0, limit=1)
+    here.looked_up(Room(0, 0.0, 1, 1, 5_000.0), 0.0, 0.5)
+    before = here.now_of_store()
+    here.looked_up(Room(0, 0.0, 1, 1, 6_000.0), 35.0, 34.0)
+    assert here.now_of_store() - before == pytest.approx(0.0, abs=900.0)
+
+
 def test_the_end_of_a_body_begins_the_next_call_unless_a_rate_decides() -> None:
     for rate, expected in ((None, 1), ("1/s", 0)):
         here = group_of(1.0, 2.0, limit=1, rate=rate)
