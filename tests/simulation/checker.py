@@ -1102,6 +1102,26 @@ def what_has_begun_does_not_expire(history: History) -> Iterator[Violation]:
             yield Violation("what has begun does not expire", body.began, "it was revoked")
 
 
+def what_is_done_does_not_expire(history: History) -> Iterator[Violation]:
+    """A message that comes again after its call was done, and that has expired since, is not taken
+    for one that came too late, as long as the record knows the call.
+    """
+    done: defaultdict[str, list[str]] = defaultdict(list)
+    for note in history.of("row", "event CallDropped"):
+        given = note.details
+        if note.what == "row":
+            row = given["new"]
+            if row is None:
+                done.pop(given["key"], None)
+            elif row.state == State.DONE and row.call not in done[row.key]:
+                done[row.key].append(row.call)
+        elif given["reason"] == Dropped.EXPIRED:
+            key = named(given["task"], given["key"])
+            late = disturbed(history, given["by"], note.at)
+            if given["call_id"] in done[key][-FINISHED_CALLS_MAX:] and not late:
+                yield Violation("what is done does not expire", note, "it is done")
+
+
 def progress_is_given(history: History) -> Iterator[Violation]:
     """A body gets the progress that was saved last, also if an attempt has died since. It may be a
     value whose save was not confirmed.
@@ -2581,6 +2601,7 @@ CHECKS: tuple[Check, ...] = (
     crashes_are_not_forgotten,
     deliveries_are_handled_once,
     what_has_begun_does_not_expire,
+    what_is_done_does_not_expire,
     items_are_done_once,
     progress_is_given,
     leases_end_that_are_not_renewed,

@@ -979,6 +979,12 @@ BUGS = (
         "if took <= math.inf:",
     ),
     Bug(
+        "a message of a call that another one has followed expires although it is done",
+        "celery_leases.worker.delivery",
+        "record.call_id == call.call_id or call.call_id in record.finished_calls",
+        "record.call_id == call.call_id",
+    ),
+    Bug(
         "a fence is the time of the database",
         CLAIM,
         '"fence": max(row.fence + 1, now),',

@@ -2030,6 +2030,12 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
         "what may have been done is not repeated", 5,
         lambda: called().claim().body().ends(ending="timeout").cools(60, resumes=True),
     ),
+    "a call that is done, and is dropped because it expires": (
+        "what is done does not expire", 10,
+        lambda: called().run().run("b", 2, "c2").note(
+            "event CallDropped", task="once", key="k", call_id="c1", reason=Dropped.EXPIRED, by="w0/c1"
+        ),
+    ),
     "a fence that falls because the clock of the database steps": (
         "fences grow", 7,
         lambda: called().run("a", 9).note("database clock", by=-20.0).claim("b", 2),
