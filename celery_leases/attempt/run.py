@@ -448,7 +448,7 @@ class Execution:
         """
         leases, record = self.process.leases, self.record
         crashes = attempt_history.crashes_in_a_row(record)
-        if not attempt_history.only_suspected(record):
+        if not attempt_history.only_suspected(record, self.call.options.failures.crashes):
             return False
         since = crashes[-1].started_at if crashes else record.created_at
         try:

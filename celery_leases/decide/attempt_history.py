@@ -149,9 +149,12 @@ def with_known_ends(record: Record, now: Record | None) -> Record:
     )
 
 
-def only_suspected(row: Record) -> bool:
-    """Whether no crash in a row of *row* is known: its process may live each time."""
-    return all(each.ended is Ended.ABANDONED for each in crashes_in_a_row(row))
+def only_suspected(row: Record, most: int) -> bool:
+    """Whether no crash in a row of *row* is known, so that its process may live each time, and
+    they are not three times as many as the *most* that count: that is no chance.
+    """
+    known = any(each.ended is not Ended.ABANDONED for each in crashes_in_a_row(row))
+    return not known and row.crashes < 3 * most
 
 
 def crashes_in_words(row: Record, crashes: int, *, one_known: bool = False) -> str:

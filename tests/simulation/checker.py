@@ -243,6 +243,11 @@ class History:
             if note.at <= before and note.at + _lasts(note) >= after
         ]
 
+    def faults_of_host(self, host: str, after: float, before: float) -> list[Note]:
+        """The same for all processes of a host: a call that has begun waits for one of them."""
+        processes = [name for name in self._faults if name.partition("/")[0] == host]
+        return [each for name in processes for each in self.faults(name, after, before)]
+
 
 def _lasts(fault: Note) -> float:
     """For how many seconds a fault disturbs a process: a late request may be executed long after
@@ -854,10 +859,10 @@ def retries_are_limited(history: History) -> Iterator[Violation]:
 
 @of_each_generation
 def what_keeps_crashing_ends(history: History) -> Iterator[Violation]:
-    """No body begins after so many others in a row whose processes died, unless the lease store has
-    lost leases: then their processes may have lived. If each call runs, those of its call count. An
-    attempt from which an operator has taken the key does not count, nor does one that has snoozed,
-    and saved progress begins the count again.
+    """No body begins after so many others in a row whose processes died, or after three times as
+    many once the lease store has lost leases: then their processes may have lived. If each call
+    runs, those of its call count. An attempt from which an operator has taken the key does not
+    count, nor does one that has snoozed, and saved progress begins the count again.
     """
     running: dict[str, tuple[tuple[str, str], str]] = {}
     dead: set[str] = set()
@@ -865,9 +870,7 @@ def what_keeps_crashing_ends(history: History) -> Iterator[Violation]:
     works: set[str] = set()
     lost = min((note.at for note in history.of("emptied", "evicted")), default=math.inf)
     for note in history.of("row", "body", "body ended", "killed", "released", "saves", "item"):
-        given = note.details
-        if note.at >= lost:
-            return
+        given, most = note.details, CRASHES if note.at < lost else 3 * CRASHES
         if (anew := _counted_anew(note, works)) is not None:
             crashes.pop(anew, None)
         if note.what == "item":
@@ -878,6 +881,8 @@ def what_keeps_crashing_ends(history: History) -> Iterator[Violation]:
             old, new = given["old"], given["new"]
             if _ran(old) and new and new.ended == Ended.RELEASED and old.owner in dead:
                 crashes[_counted_together(old.key, old.call)] -= 1
+            elif _ran(old) and new and new.owner != old.owner:
+                running.pop(old.owner, None)  # it lives, and was counted: perhaps before others
         elif note.what == "killed":
             gone = {token for token, (_, its) in running.items() if its == given["process"]}
             crashes.update(running.pop(token)[0] for token in gone)
@@ -886,7 +891,7 @@ def what_keeps_crashing_ends(history: History) -> Iterator[Violation]:
             running.pop(given["token"], None)
         elif note.what == "body" and not _counts_otherwise(given["key"]):
             work = _counted_together(given["key"], given["call"])
-            if crashes[work] >= CRASHES:
+            if crashes[work] >= most:
                 yield Violation("what keeps crashing ends", note, f"{crashes[work]} crashes")
             running[given["token"]] = work, given["process"]
 
@@ -1015,16 +1020,18 @@ def what_a_copy_names_is_no_crash(history: History) -> Iterator[Violation]:
 @of_each_generation
 def crashes_are_not_forgotten(history: History) -> Iterator[Violation]:
     """If several calls of a key run, another call's claim or outcome does not change for how many
-    crashes in a row a call counts.
+    crashes in a row a call counts, until it has ended because of them.
     """
+    over: set[tuple[str, str]] = set()
     for note in history.of("row"):
         old, new = note.details["old"], note.details["new"]
         if old is None or new is None or new.task not in SEVERAL_RUNS or not new.owner:
             continue
+        over |= {(new.key, call) for call, each in old.crashes_of.items() if each >= CRASHES}
         if (old.state, old.owner) == (new.state, new.owner):
             continue  # a suspicion that was taken back
         for call, crashes in old.crashes_of.items():
-            if call in (old.call, new.call) or crashes >= CRASHES:
+            if call in (old.call, new.call) or (new.key, call) in over:
                 continue  # a call that has ended is forgotten in time
             if new.crashes_of.get(call, 0) < crashes:
                 yield Violation("crashes are not forgotten", note, f"those of {call} are")
@@ -2489,7 +2496,7 @@ def places_are_of_the_oldest(history: History) -> Iterator[Violation]:
                 there = wait.arrived + ASKED_WITHIN < note.at < wait.ended - ASKED_WITHIN
                 if not there or place[0] <= wait.since + ASKED_WITHIN:
                     continue
-                if not history.faults(f"{worker}/main", wait.arrived, note.at):
+                if not history.faults_of_host(worker, wait.arrived, note.at):
                     why = (
                         f"{wait.call} waits in {worker} since {wait.since:.3f}, not {place[0]:.3f}"
                     )

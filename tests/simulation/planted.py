@@ -985,6 +985,12 @@ BUGS = (
         "record.call_id == call.call_id",
     ),
     Bug(
+        "what keeps crashing goes on for ever once the store has evicted a key",
+        "celery_leases.decide.attempt_history",
+        "return not known and row.crashes < 3 * most",
+        "return not known",
+    ),
+    Bug(
         "a fence is the time of the database",
         CLAIM,
         '"fence": max(row.fence + 1, now),',

@@ -58,6 +58,7 @@ from tests.simulation.faults import (
     UNSAFE,
     Accident,
     Faults,
+    evict_key,
     lose_message,
     pause,
     silence_database,
@@ -238,6 +239,16 @@ class Shape:
         if random.random() < 0.03:
             self.habit = AMBIGUOUS
 
+    def draw_poison(self, random: Random) -> None:
+        """Let most bodies of some runs end the whole worker, while the lease store evicts keys."""
+        if self.span < DAY and random.random() < 0.01:
+            self.threads, self.places, self.workers = True, random.choice((2, 4)), 2
+            self.database_leases, self.takeover, self.visibility = False, False, 10.0
+            self.tasks, self.keys, self.calls = (random.choice(("once", "each", "limited")),), 1, 4
+            self.span, self.habit, self.loses, self.bursts = 1200.0, "dies", False, False
+            self.delivery_limit, self.takes_none = None, None
+            self.kinds, self.accidents = (evict_key,), random.choice((0, 2, 5))
+
     def draw_ends(self, random: Random) -> None:
         """Let most bodies of some runs end as only Celery ends a call."""
         if random.random() < 0.04:
@@ -376,6 +387,7 @@ class World:
             self.shape.draw_plain(Random(f"plain {self.seed}"))
             self.shape.draw_bursts(Random(f"bursts {self.seed}"))
             self.shape.draw_silences(Random(f"a silent database of {self.seed}"))
+            self.shape.draw_poison(Random(f"poison of {self.seed}"))
             self.shape.draw_database_steps(Random(f"the database's clock of {self.seed}"))
             self.shape.asks = Random(f"asks {self.seed}").random() > 0.2
         self.scheduler = Scheduler(self.random)
@@ -706,7 +718,7 @@ class World:
         self.note("charges", process=self.here.name, store_until=until, **who)
         # It must be executed before another attempt asks for it, after verify_after.
         drawn = self.random.random() if self.scheduler.now < self.shape.span else 0.5
-        dies = drawn > (0.4 if self.shape.habit == "dies" else 0.9)
+        dies = drawn > (0.5 if self.shape.habit == "dies" else 0.9)
         after, name = 0.6 if dies else min(0.25, self.latency(0.05)), self.here.name
 
         def execute() -> None:

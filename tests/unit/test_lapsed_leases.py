@@ -412,6 +412,17 @@ class TestSuspicionsAlone:
         bench.clock.sleep(5.0)
         assert bench.run(bench.call(max_crashes=2)) == Return(1)
 
+    def test_it_fails_all_the_same_after_three_times_as_many(self, bench: Bench) -> None:
+        """A store that evicts keys does so for ever, and a call that kills its process too."""
+        self.lossy(bench, answer=True)
+        for crashes in range(6):
+            if crashes > 1:
+                reply = reschedule(bench.run(bench.call(max_crashes=2)))
+                bench.clock.sleep(reply.delay)
+            unheard(bench, max_crashes=2)
+        assert isinstance(error(bench.run(bench.call(max_crashes=2))), PermanentFailure)
+        assert bench.state is State.FAILED
+
     def test_one_that_is_taken_back_before_the_pause_stays_so(self, bench: Bench) -> None:
         """The attempt that pauses has claimed the row, and has not closed it yet."""
         zombie = unheard(bench, call_id="zombie", max_crashes=2)
