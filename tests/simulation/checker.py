@@ -870,7 +870,7 @@ def what_keeps_crashing_ends(history: History) -> Iterator[Violation]:
     works: set[str] = set()
     lost = min((note.at for note in history.of("emptied", "evicted")), default=math.inf)
     for note in history.of("row", "body", "body ended", "killed", "released", "saves", "item"):
-        given, most = note.details, CRASHES if note.at < lost else 3 * CRASHES
+        given = note.details
         if (anew := _counted_anew(note, works)) is not None:
             crashes.pop(anew, None)
         if note.what == "item":
@@ -891,6 +891,9 @@ def what_keeps_crashing_ends(history: History) -> Iterator[Violation]:
             running.pop(given["token"], None)
         elif note.what == "body" and not _counts_otherwise(given["key"]):
             work = _counted_together(given["key"], given["call"])
+            # Or it did not say that it has lost nothing.
+            sure = note.at < lost and not history.faults(given["process"], note.at - TTL, note.at)
+            most = CRASHES if sure else 3 * CRASHES
             if crashes[work] >= most:
                 yield Violation("what keeps crashing ends", note, f"{crashes[work]} crashes")
             running[given["token"]] = work, given["process"]
