@@ -969,7 +969,7 @@ class Left:
 
     owner: str
     process: str
-    #: No other message of the call was in a worker.
+    #: No other message of the call was in a worker, or on its way.
     alone: bool
     rescheduled: int = 0
     delivered: int = 0
@@ -982,6 +982,7 @@ def what_a_copy_names_is_no_crash(history: History) -> Iterator[Violation]:
     """
     left: dict[str, Left] = {}
     waiting: Counter[str] = Counter()
+    on_its_way: Counter[str] = Counter()
     seen: set[tuple[str, str]] = set()
     for note in history.of("row", "body", "delivers", "tries", "killed", *RESCHEDULED):
         given, call = note.details, note.details.get("call") or note.details.get("call_id", "")
@@ -992,6 +993,7 @@ def what_a_copy_names_is_no_crash(history: History) -> Iterator[Violation]:
             left = {call: each for call, each in left.items() if not each.owner.endswith(gone)}
         elif note.what == "delivers":
             waiting[call] += 1
+            on_its_way[call] -= bool(given["copy"]) and (call, given["copy"]) not in seen
             if (its := left.get(call)) is not None:
                 its.delivered += 1
                 its.sure &= not given["again"] and (call, given["copy"]) not in seen
@@ -999,6 +1001,7 @@ def what_a_copy_names_is_no_crash(history: History) -> Iterator[Violation]:
         elif note.what == "tries":
             waiting[call] -= 1
         elif note.what in RESCHEDULED:
+            on_its_way[call] += 1
             if (its := left.get(call)) is not None:
                 its.rescheduled += 1
                 its.sure &= given["confirmed"] and given["by"] == its.process
@@ -1017,7 +1020,8 @@ def what_a_copy_names_is_no_crash(history: History) -> Iterator[Violation]:
                 and new.crashes > old.crashes
             ):
                 yield Violation("what a copy names is no crash", note, f"{old.owner} lives")
-            left[new.call] = Left(new.owner, given["by"], waiting[new.call] <= 0)
+            alone = waiting[new.call] <= 0 and on_its_way[new.call] <= 0
+            left[new.call] = Left(new.owner, given["by"], alone)
 
 
 @of_each_generation
@@ -1055,7 +1059,7 @@ def ends_are_kept(history: History) -> Iterator[Violation]:
             if after == before or before in corrected:
                 continue
             by = note.details["by"]
-            if after != Ended.ABANDONED or not history.faults(by, note.at - SLACK, note.at):
+            if after != Ended.ABANDONED or not history.faults(by, note.at - TTL, note.at):
                 yield Violation("how an attempt ended is kept", note, f"{before} is {after} now")
 
 
