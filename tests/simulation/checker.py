@@ -310,10 +310,13 @@ def fences_grow(history: History) -> Iterator[Violation]:
 
 def one_outcome(history: History) -> Iterator[Violation]:
     """A running row gets its outcome once, from the attempt that claimed it last: its process, or
-    the main process after that has died; of a call that Celery has ended, any main process.
+    the main process after that has died; of a call that Celery has ended, or that expires, any main
+    process.
     """
     killed: set[str] = set()
-    ended: dict[str, float] = {}
+    ended: dict[str, float] = {
+        note.details["call"]: note.at for note in history.of("calls") if "expires" in note.details
+    }
     for note in history.of(*ENDED_BY_CELERY):
         ended.setdefault(note.details["call"], note.at)
     for note in history.of("row", "killed"):
@@ -1739,7 +1742,8 @@ def nothing_lost(history: History) -> Iterator[Violation]:
 
 def _ended_without_answer(history: History) -> set[str]:
     """The calls whose last body has ended so that Celery tells their caller nothing."""
-    last = {note.details["call"]: note.details.get("ending") for note in history.of("body ended")}
+    ends = ((note.details["call"], note.details["ending"]) for note in history.of("body ended"))
+    last = {call: ending for call, ending in ends if ending != "interrupted"}
     ended = {call for call, ending in last.items() if ending in ("ignore", "reject")}
     return ended | _returned_in_vain(history)
 
