@@ -14,6 +14,7 @@ from billiard.einfo import ExceptionWithTraceback
 from celery import Task
 from celery.exceptions import Reject, Retry, TimeLimitExceeded, WorkerLostError
 from celery.exceptions import Terminated as ByRevoke
+from celery.worker import state
 from celery.worker.request import Request
 from kombu.utils.imports import symbol_by_name
 
@@ -208,11 +209,15 @@ class LeaseRequest(Request):
     def maybe_expire(self) -> Any:
         """Leave the expiry of a copy to the child, which can read whether the call has begun.
 
-        Copy and call have the same id, so expiring the copy here would revoke the running call.
+        Copy and call have the same id, so expiring the copy here would revoke the running call. For
+        the same reason Celery must not take the id of a message that has expired for revoked.
         """
         if self.delivery_info.get("redelivered") or HEADER in self._request_dict:
             return None
+        known = self.id in state.revoked
         self._expired = bool(super().maybe_expire())
+        if self._expired and not known:
+            state.revoked.discard(self.id)
         return self._expired
 
     def revoked(self) -> bool:

@@ -63,3 +63,18 @@ def test_an_expired_copy_does_not_revoke_the_call_that_runs(stage: Stage, name: 
     assert got(running)["name"] == name
     stage.wait_for_log(call, "answered with the saved result")
     assert running.state == "SUCCESS"
+
+
+def test_a_copy_is_not_revoked_because_another_message_has_expired(stage: Stage, name: str) -> None:
+    gate, call = stage.gate(), str(uuid4())
+    stage.send("keyless", name, 0.0, str(gate), task_id=call)
+    stage.wait_for("begin", name=name)
+    stage.send("keyless", name, 0.0, str(gate), task_id=call)
+    stage.wait_for_log(call, "a copy of this call is running")
+    past = datetime.now(UTC) - timedelta(seconds=5)
+    stage.send("keyless", name, 0.0, str(gate), task_id=call, expires=past)
+    stage.wait_for_log(call, "Discarding revoked task")
+    gate.touch()
+    stage.wait_for_log(call, "answered with the saved result")
+    stage.wait_until_drained()
+    assert len([line for line in stage.log(call) if "Discarding revoked task" in line]) == 1
