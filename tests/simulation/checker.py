@@ -978,50 +978,53 @@ class Left:
     delivered: int = 0
     sure: bool = True
 
+    def reschedules(self, given: Mapping[str, Any], *, has_begun: bool) -> None:
+        """Its call is rescheduled: by itself, if it has not begun, or says why afterwards."""
+        own = not has_begun or "could not be written" in given["reason"]
+        self.rescheduled += 1
+        self.sure &= own and given["confirmed"] and given["by"] == self.process
+
+    def is_left_to_its_copy(self) -> bool:
+        """Whether the message that comes now is the only one."""
+        return self.alone and self.sure and (self.rescheduled, self.delivered) == (1, 1)
+
 
 def what_a_copy_names_is_no_crash(history: History) -> Iterator[Violation]:
-    """An attempt that could neither begin its body nor close its row, whose process lives, and that
-    has published its message again, does not count as a crash once that copy runs.
+    """An attempt that could not begin its body or not write its outcome, whose process lives, and
+    that has published its message again, does not count as a crash once that copy runs.
     """
     left: dict[str, Left] = {}
     waiting: Counter[str] = Counter()
     on_its_way: Counter[str] = Counter()
+    begun: set[str] = set()
     seen: set[tuple[str, str]] = set()
     for note in history.of("row", "body", "delivers", "tries", "killed", *RESCHEDULED):
         given, call = note.details, note.details.get("call") or note.details.get("call_id", "")
+        its = left.get(call)
         if note.what == "body":
-            left.pop(call, None)
+            begun.add(given["token"])
         elif note.what == "killed":
             gone = f"-{given['pid']:x}"
             left = {call: each for call, each in left.items() if not each.owner.endswith(gone)}
         elif note.what == "delivers":
             waiting[call] += 1
             on_its_way[call] -= bool(given["copy"]) and (call, given["copy"]) not in seen
-            if (its := left.get(call)) is not None:
+            if its is not None:
                 its.delivered += 1
-                its.sure &= not given["again"] and (call, given["copy"]) not in seen
+                its.sure &= not given.get("again") and (call, given["copy"]) not in seen
             seen.add((call, given["copy"]))
         elif note.what == "tries":
             waiting[call] -= 1
         elif note.what in RESCHEDULED:
             on_its_way[call] += 1
-            if (its := left.get(call)) is not None:
-                its.rescheduled += 1
-                its.sure &= given["confirmed"] and given["by"] == its.process
+            if its is not None:
+                its.reschedules(given, has_begun=its.owner in begun)
         elif _ran(new := given["new"]):
             old = given["old"]
             if old is not None and old.owner == new.owner:
                 continue
-            its = left.get(new.call)
-            if (
-                _ran(old)
-                and its is not None
-                and its.owner == old.owner
-                and (its.rescheduled, its.delivered) == (1, 1)
-                and its.alone
-                and its.sure
-                and new.crashes > old.crashes
-            ):
+            its, counts = left.get(new.call), _ran(old) and new.crashes > old.crashes
+            if counts and its and its.owner == old.owner and its.is_left_to_its_copy():
                 yield Violation("what a copy names is no crash", note, f"{old.owner} lives")
             alone = waiting[new.call] <= 0 and on_its_way[new.call] <= 0
             left[new.call] = Left(new.owner, given["by"], alone)
@@ -1331,11 +1334,11 @@ def group_holds(history: History) -> Iterator[Violation]:
 def _group_holds(history: History, group: str, limit: float) -> Iterator[Violation]:
     held: dict[str, float] = {}
     known: set[str] = set()
-    until, alone = None, ""
+    until, probe = None, ""
     for note in history.of("group", "emptied", "clock"):
         given = note.details
         if note.what != "group":
-            held, until, alone = {}, None, ""
+            held, until, probe = {}, None, ""
             continue
         if given["group"] != group:
             continue
@@ -1344,12 +1347,15 @@ def _group_holds(history: History, group: str, limit: float) -> Iterator[Violati
         for token in new.keys() - known:
             if until is not None and note.at < until:
                 yield Violation("a closed group holds", note, f"{token} begins")
-            elif until is not None and alone in held:
-                yield Violation("a closed group holds", note, f"{token} probes beside {alone}")
+            elif until is not None and probe in held:
+                yield Violation("a closed group holds", note, f"{token} probes beside {probe}")
             elif len(held) >= limit:
                 yield Violation("a limit holds", note, f"{len(held)} others have slots")
+            probe = token
         known |= new.keys()
-        held, until, alone = new, given["closed_until"], given["alone"]
+        held, until = new, given["closed_until"]
+        if until is None:
+            probe = ""
 
 
 def holders_keep_their_rows(history: History) -> Iterator[Violation]:
@@ -1456,7 +1462,7 @@ def _silences(history: History) -> list[Silence]:
 
 def probes_are_alone(history: History) -> Iterator[Violation]:
     """After the time for which a failure has closed a group, no body begins beside another one that
-    began after that time, until the group is open, or closed for longer.
+    began after that time, until the group is open.
     """
     bodies = {body.token: body for body in history.bodies}
     names = {task: str(group.name) for task, group in GROUPS.items()}
@@ -1467,7 +1473,7 @@ def probes_are_alone(history: History) -> Iterator[Violation]:
         if note.what == "emptied":
             until.clear()
         elif note.what == "group":
-            if given["closed_until"] != until.get(given["group"]):
+            if given["closed_until"] is None:
                 probes.pop(given["group"], None)
             until[given["group"]] = given["closed_until"]
         elif (
@@ -1741,10 +1747,14 @@ def nothing_lost(history: History) -> Iterator[Violation]:
 
 
 def _ended_without_answer(history: History) -> set[str]:
-    """The calls whose last body has ended so that Celery tells their caller nothing."""
-    ends = ((note.details["call"], note.details["ending"]) for note in history.of("body ended"))
-    last = {call: ending for call, ending in ends if ending != "interrupted"}
-    ended = {call for call, ending in last.items() if ending in ("ignore", "reject")}
+    """The calls whose last attempt has ended so that Celery tells their caller nothing."""
+    last: dict[str, tuple[int, str]] = {}
+    for note in history.of("body ended"):
+        given = note.details
+        if given["ending"] != "interrupted":
+            ends = given.get("fence", 0), given["ending"]
+            last[given["call"]] = max(ends, last.get(given["call"], ends), key=lambda its: its[0])
+    ended = {call for call, (_, ending) in last.items() if ending in ("ignore", "reject")}
     return ended | _returned_in_vain(history)
 
 

@@ -991,6 +991,18 @@ BUGS = (
         "return not known",
     ),
     Bug(
+        "an attempt whose outcome could not be written counts as a crash",
+        RUN,
+        "again = replace(again, started=True, prior=self.record.owner)",
+        "again = replace(again, started=True)",
+    ),
+    Bug(
+        "a probe that runs is forgotten when its group is closed for longer",
+        "celery_leases.groups.slots",
+        'alone = before.alone if before is not None else ""',
+        'alone = ""',
+    ),
+    Bug(
         "a fence is the time of the database",
         CLAIM,
         '"fence": max(row.fence + 1, now),',

@@ -106,7 +106,8 @@ class Server:
             raise error(None)
         if frozen:
             world.note("slow request", span=frozen, **who)
-            scheduler.sleep(frozen)
+        while (frozen := self.frozen_until - scheduler.now) > 0:
+            scheduler.sleep(frozen)  # another freeze may follow
         if world.writer is not None:
             self._wait_for_transaction(process, who)
         result = do()
