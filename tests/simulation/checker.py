@@ -38,6 +38,7 @@ from celery_leases.decide.after_run import CALL_ENDING_CAUSES, FINISHED_CALLS_MA
 from celery_leases.decide.attempt_history import HISTORY_MAX
 from celery_leases.decide.latest import PATIENCE, QUIET
 from celery_leases.events import Dropped
+from celery_leases.failures.actions import Reason
 from celery_leases.groups.slots import OVERTAKING
 from celery_leases.options import DEBOUNCE_MAX as DEBOUNCES
 from celery_leases.options import Failures, LeaseOptions
@@ -841,6 +842,23 @@ def what_keeps_failing_ends(history: History) -> Iterator[Violation]:
             failures[new.key] += new.state == State.COOLING
             if failures[new.key] >= FAILURES:
                 yield Violation("what keeps failing ends", note, f"failure {failures[new.key]}")
+
+
+@of_each_generation
+def only_own_failures_count(history: History) -> Iterator[Violation]:
+    """A key fails for good only after so many failures of its own; those of its group, or of what
+    it depends on, are none.
+    """
+    others = _tokens(history, "rejects", "closes")
+    failures: Counter[str] = Counter()
+    for note in history.of("row"):
+        old, new = note.details["old"], note.details["new"]
+        if not _ran(old) or new is None or new.ended != Ended.FAILED:
+            continue
+        failures[new.key] += new.owner not in others
+        too_many = (new.state, new.reason) == (State.FAILED, Reason.TOO_MANY_FAILURES)
+        if too_many and failures[new.key] < FAILURES:
+            yield Violation("only own failures count", note, f"{failures[new.key]} failures")
 
 
 @of_each_generation
@@ -1944,7 +1962,7 @@ def nothing_left(history: History) -> Iterator[Violation]:
         if row.state == State.RUNNING and row.call not in ended | dropped:
             yield Violation("nothing is left", None, f"the row still runs: {row}")
         elif (
-            row.state == State.PENDING
+            row.state in (State.PENDING, State.COOLING)
             and row.resumes
             and row.call not in dropped
             and not (row.call in ended and last.get(row.key) in killed)
@@ -2620,6 +2638,7 @@ CHECKS: tuple[Check, ...] = (
     other_arguments_wait_for_the_failure,
     what_has_begun_is_not_refused,
     what_keeps_failing_ends,
+    only_own_failures_count,
     retries_are_limited,
     what_keeps_crashing_ends,
     only_crashes_count,

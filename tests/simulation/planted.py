@@ -1003,6 +1003,18 @@ BUGS = (
         'alone = ""',
     ),
     Bug(
+        "a failure of what a key depends on counts as its own",
+        "celery_leases.decide.after_failure",
+        'failures=closed.failures + (action.scope == "key"),',
+        "failures=closed.failures + 1,",
+    ),
+    Bug(
+        "a revoked call that cools down seems to wait for ever",
+        AFTER_RUN,
+        "waits = row.state in (State.PENDING, State.COOLING) and (row.resumes or row.queued)",
+        "waits = row.state is State.PENDING and (row.resumes or row.queued)",
+    ),
+    Bug(
         "a fence is the time of the database",
         CLAIM,
         '"fence": max(row.fence + 1, now),',

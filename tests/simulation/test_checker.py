@@ -2036,6 +2036,12 @@ BAD: dict[str, tuple[str, int, Callable[[], Story]]] = {
             "event CallDropped", task="once", key="k", call_id="c1", reason=Dropped.EXPIRED, by="w0/c1"
         ),
     ),
+    "a key that fails for good after a failure of its group": (
+        "only own failures count", 9,
+        lambda: called().claim().body().ends(ending="closes").cools(8, resumes=True).wait(8)
+        .claim("b", 2).body("b", 2).ends("b", "error")
+        .write(state="failed", ended="failed", reason="too_many_failures"),
+    ),
     "a fence that falls because the clock of the database steps": (
         "fences grow", 7,
         lambda: called().run("a", 9).note("database clock", by=-20.0).claim("b", 2),
