@@ -1829,7 +1829,7 @@ def _rests(row: Any, call: str, failed: set[str]) -> bool:
     if row is None:
         return call in failed
     ended = row.call in failed and (_ran(row) or not row.resumes)
-    ended |= row.ended == Ended.REJECTED and not row.resumes
+    ended |= row.ended in (Ended.REJECTED, Ended.RELEASED) and not row.resumes
     return ended or row.state in RESTS or _belongs_to_no_call(row)
 
 
