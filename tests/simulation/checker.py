@@ -311,13 +311,10 @@ def fences_grow(history: History) -> Iterator[Violation]:
 
 def one_outcome(history: History) -> Iterator[Violation]:
     """A running row gets its outcome once, from the attempt that claimed it last: its process, or
-    the main process after that has died; of a call that Celery has ended, or that expires, any main
-    process.
+    the main process after that has died; of a call that Celery has ended, any main process.
     """
     killed: set[str] = set()
-    ended: dict[str, float] = {
-        note.details["call"]: note.at for note in history.of("calls") if "expires" in note.details
-    }
+    ended: dict[str, float] = {}
     for note in history.of(*ENDED_BY_CELERY):
         ended.setdefault(note.details["call"], note.at)
     for note in history.of("row", "killed"):
@@ -1490,6 +1487,7 @@ def probes_are_alone(history: History) -> Iterator[Violation]:
         given = note.details
         if note.what == "emptied":
             until.clear()
+            probes.clear()
         elif note.what == "group":
             if given["closed_until"] is None:
                 probes.pop(given["group"], None)
