@@ -2490,7 +2490,7 @@ def _waits_in_groups(history: History) -> dict[tuple[str, str], list[Wait]]:
     first: dict[str, float] = {}
     waits: defaultdict[tuple[str, str], list[Wait]] = defaultdict(list)
     latest: dict[str, Wait] = {}
-    arrived: set[str] = set()
+    arrived: set[tuple[str, str]] = set()
     for note in history.of("delivers", "tries", "body", "killed"):
         given = note.details
         if note.what == "killed":
@@ -2504,9 +2504,10 @@ def _waits_in_groups(history: History) -> dict[tuple[str, str], list[Wait]]:
         if note.what == "body":
             first.pop(call, None)
         elif note.what == "delivers":
-            if given.get("again") or (not given.get("copy") and call in arrived):
+            message = call, given.get("copy", "")
+            if given.get("again") or message in arrived:
                 unclear.add(call)
-            arrived.add(call)
+            arrived.add(message)
             task = tasks.get(call)
             if given.get("full") and task in GROUPS and call not in unclear:
                 since = first.setdefault(call, note.at)
