@@ -259,3 +259,18 @@ def test_a_list_reads_no_more_rows_than_it_shows(
         status.key for status in client.page(client.where(states=["running"]), limit=1).statuses
     ] == [late]
     assert limits[2:] == [2, LOOK_THROUGH - 2, 1]
+
+
+def test_two_attempts_whose_ends_are_noted_at_once_both_have_them(
+    sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the row has nothing else that changes."""
+    key = fresh_key()
+    first, second, _ = (won(sql_records, make_call(key)) for _ in range(3))
+
+    def note(attempt: Record) -> Record | None:
+        return sql_records.note_end(first.stored_key, attempt.owner, Ended.CRASHED)
+
+    call_after_first(monkeypatch, sql_records, "_row", lambda: note(first))
+    assert note(second) is not None
+    assert [past.ended for past in row(sql_records, key).history] == [Ended.CRASHED] * 2

@@ -31,4 +31,5 @@ REGRESSIONS: Final[tuple[tuple[int, tuple[str, ...]], ...]] = (
     (63257, ()),
     (63960, ()),
     (200337, ()),
+    (500200, ()),
 )

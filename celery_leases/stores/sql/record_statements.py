@@ -183,8 +183,11 @@ class RecordStatements:
         return [*first, *again, self.swap, self.select_row, *ends]
 
     def changed(self, found: Mapping[Any, Any], new: Record) -> Update:
-        """The update of the row *found* to *new*, if its compared columns are unchanged."""
-        as_found = [self.table.c[name].is_not_distinct_from(found[name]) for name in rows.COMPARED]
+        """The update of the row *found* to *new*, if its compared columns are unchanged, and its
+        document, which has how earlier attempts ended.
+        """
+        compared = (*rows.COMPARED, rows.DETAILS)
+        as_found = [self.table.c[name].is_not_distinct_from(found[name]) for name in compared]
         written = rows.column_values(new)
         return (
             update(self.table)
