@@ -150,8 +150,8 @@ def with_known_ends(record: Record, now: Record | None) -> Record:
 
 
 def only_suspected(row: Record, most: int) -> bool:
-    """Whether no crash in a row of *row* is known, so that its process may live each time, and
-    they are not three times as many as the *most* that count: that is no chance.
+    """Whether no crash in a row of *row* is known, so that its process may live each time. If they
+    are three times as many as the *most* that count, lost leases do not explain them.
     """
     known = any(each.ended is not Ended.ABANDONED for each in crashes_in_a_row(row))
     return not known and row.crashes < 3 * most

@@ -184,7 +184,7 @@ class RecordStatements:
 
     def changed(self, found: Mapping[Any, Any], new: Record) -> Update:
         """The update of the row *found* to *new*, if its compared columns are unchanged, and its
-        document, which has how earlier attempts ended.
+        document, which says how earlier attempts ended.
         """
         compared = (*rows.COMPARED, rows.DETAILS)
         as_found = [self.table.c[name].is_not_distinct_from(found[name]) for name in compared]
