@@ -84,6 +84,8 @@ MAX_SCHEDULED: Final = 10_000
 here.
 """
 MAX_FINGERPRINTS: Final = 100
+LONGEST_ANSWER: Final = 1.0
+"""Seconds that an answer of the store may take if its time is to be the store's time now."""
 ON_THE_WAY: Final = 0.15
 """Seconds in which a call that was begun has not yet got its slot, so that its group seems to have
 more room.
@@ -275,9 +277,9 @@ class GroupWaiters(KeyWaiters):
     def looked_up(self, found: Room, now: float, took: float = 0.0) -> None:
         """Note the room of the group. Half of it is left to other workers, which see it too.
 
-        An answer that *took* more than a second does not say what the time of the store is now.
+        An answer that *took* long does not say what the time of the store is now.
         """
-        if took <= 1.0:
+        if took <= LONGEST_ANSWER:
             self._ahead = found.now - now * 1000
         while self._begun_at and now - self._begun_at[0] > ON_THE_WAY:
             self._begun_at.popleft()
